@@ -185,6 +185,16 @@ def test_an_iteration_of_this_process_is_not_saved_again(tmp_path: Path) -> None
     assert folders_in(tmp_path) == ["iter_0000005", "iter_0000005.superseded-1"]
 
 
+def test_new_memory_under_the_same_names_is_saved(tmp_path: Path) -> None:
+    first = contents(1)
+    with started(SavePolicy(tmp_path)) as checkpointer:
+        for iteration, given in ((1, first), (2, replace(contents(2), specs=first.specs))):
+            report = checkpointer.save(iteration, given)
+            assert report is not None
+            assert report.error is None
+    assert load(tmp_path / "iter_0000002") == 2.0
+
+
 @pytest.mark.parametrize(
     ("outdated", "with_optimizer", "is_superseded"),
     [(None, False, True), ("own", False, False), ("elsewhere", False, True), ("own", True, True)],
