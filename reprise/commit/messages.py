@@ -22,7 +22,7 @@ class Message:
     * An offer says what a rank is about to save: `number` is the digest of its piece table, `groups` are the replicas
       that it compares with other ranks, and the payload is the compressed table, if rank 0 does not have it.
     * "Opened" is rank 0's answer to all offers: the ranks may write the iteration `number`. Without a number, the
-      attempt is decided already. `groups` are the ranks with different replicas; see `require_agreement`.
+      attempt is decided already. `groups` are the ranks with different replicas; see `raise_difference`.
     * A report says how many bytes a rank has written, without headers: ranks on a host write for each other, so only
       the sum over all ranks equals the pieces' bytes. The payload is the digests for all blocks, in table order.
     * "Files" are what the other hosts' leaders prepare. They answer with "prepared", and their copies' status.

@@ -15,7 +15,7 @@ from reprise.commit.attempt import Attempt, Copying
 from reprise.commit.commit_state import Action, Event, Outcome
 from reprise.commit.joint_plan import JointPlan, KnownPlans
 from reprise.commit.messages import Message, pack_files, unpack_files
-from reprise.commit.replicas import ReplicaDigests, differing_sides, require_agreement
+from reprise.commit.replicas import ReplicaDigests, differing_sides, raise_difference
 from reprise.commit.shared_attempt import SharedAttempt
 from reprise.errors import CheckpointError, LaunchError, TrainerError
 from reprise.format import host_file, manifest
@@ -164,7 +164,7 @@ class TwoPhaseCommit(ABC):
         self.shared.put("offer", offer)
         answer = self.shared.read("opened", channel.coordinator)
         if answer.groups:
-            require_agreement(channel, self.shared.key, answer.groups, self.replicas)
+            raise_difference(channel, self.shared.key, answer.groups, self.replicas)
         if answer.problem is not None:
             raise CheckpointError(answer.problem.rstrip("."))
         if answer.number is None:
@@ -189,7 +189,7 @@ class TwoPhaseCommit(ABC):
         compared = {rank: offer.groups for rank, offer in offers.items() if offer.groups}
         if compared and (sides := differing_sides(compared)):
             shared.put("opened", Message(groups=sides), is_first=False)
-            require_agreement(channel, shared.key, sides, self.replicas)
+            raise_difference(channel, shared.key, sides, self.replicas)
         self.begin()
         self.plans.delivered(offer)
         shared.post("opened", Message(number=self.attempt.iteration))

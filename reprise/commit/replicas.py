@@ -128,7 +128,8 @@ def check_replicas(
         lambda groups: differing_sides(dict(zip(channel.ranks, groups, strict=True))),
         problem=problem,
     )
-    require_agreement(channel, key, sides, replicas)
+    if sides:
+        raise_difference(channel, key, sides, replicas)
 
 
 def differing_sides(groups_by_rank: Mapping[int, Groups]) -> list[list[int]]:
@@ -140,21 +141,19 @@ def differing_sides(groups_by_rank: Mapping[int, Groups]) -> list[list[int]]:
     return next((sides for sides in map(sides_of, digests.values()) if len(sides) > 1), [])
 
 
-def require_agreement(
+def raise_difference(
     channel: StoreChannel, key: str, sides: Sequence[Sequence[int]], replicas: ReplicaDigests | None
 ) -> None:
-    """Raise the disagreement between these sides, if any, on every rank. A rank from each of the first two explains it.
+    """Raise the difference between these sides on every rank. A rank from each of the first two explains it.
 
     Args:
-        sides: The result of `differing_sides`, the same on all ranks.
+        sides: The result of `differing_sides`, the same on all ranks, not empty.
         replicas: This rank's digests. None if it has none to compare.
 
     Raises:
         ReplicaError: Names the first different tensors and the ranks. Raised on rank 0; the others raise a
             CheckpointError.
     """
-    if not sides:
-        return
     witnesses = [side[0] for side in sides[:2]]
     table = b"" if replicas is None or channel.rank not in witnesses else replicas.table()
     tables = dict(zip(channel.ranks, channel.gather(f"{key}/tables", table), strict=False))

@@ -89,8 +89,8 @@ class _Commit(TwoPhaseCommit):
 class _Saves:
     """A rank's side of the saves of a layout."""
 
-    def __init__(self, rank: int, layout: Layout, pieces: Sequence[WrittenPiece]) -> None:
-        self._rank, self._layout, self._table, self._plans = rank, layout, encode(pieces, layout), KnownPlans()
+    def __init__(self, layout: Layout, pieces: Sequence[WrittenPiece]) -> None:
+        self._layout, self._table, self._plans = layout, encode(pieces, layout), KnownPlans()
         written_bytes = sum(piece.hi - piece.lo for piece in pieces)
         digests = b"".join(piece.digests for piece in pieces)
         self._report = Message(number=written_bytes, payload=digests)
@@ -183,7 +183,7 @@ def _calls(measure: str, ranks: int, *, is_first: bool) -> Iterator[tuple[int, M
         return
     layout, pieces = _CASES[measure](ranks)
     for rank, parts in pieces:
-        saves = _Saves(rank, layout, parts)
+        saves = _Saves(layout, parts)
         yield rank, {name: partial(saves.run, name) for name in ("first", "later")}
         if is_first:
             return
